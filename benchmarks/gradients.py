@@ -35,14 +35,15 @@ class Slack(NamedTuple):
 
     Attributes:
         factor: What all limits are multiplied by.
-        share: The allowed share of the change by a rounding of the weights.
+        rounds_in_float32: Whether the variant rounds elsewhere in float32 too.
     """
 
     factor: float = 1.0
-    share: float = 0.1
+    rounds_in_float32: bool = False
 
 
-NO_SLACK, SLACK_OF_TOOLS, SLACK_OF_MODULES = Slack(), Slack(4.0, share=1.0), Slack(16.0)
+NO_SLACK, SLACK_OF_MODULES = Slack(), Slack(16.0)
+SLACK_OF_TOOLS = Slack(4.0, rounds_in_float32=True)
 
 
 class Limits(NamedTuple):
@@ -60,8 +61,9 @@ class Limits(NamedTuple):
 
     - Four times for compiled code, which rounds nothing to 16 bits between the operations that it
       fuses, and for a loss in chunks, which rounds the gradients of each chunk. Both also add up
-      float32 numbers in another order in every layer. So in float32 a change by a rounding of the
-      weights counts as a whole, and not a tenth of it.
+      float32 numbers in another order in every layer. So in float32 the limits also depend on how
+      far the original's gradients are from its gradients in float64, and a change by a rounding of
+      the weights counts as a whole. The limits of single tensors grow with that of all together.
     - 16 times for this package's modules, whose derivatives have documented errors.
 
     Attributes:
@@ -107,6 +109,8 @@ class Reference(NamedTuple):
         run: Runs a step of a model, always with the same random numbers.
         gradients: The original's gradients.
         in_float32: The same in float32; None if `gradients` are.
+        in_float64: Returns the same in float64. Only variants that round elsewhere in float32 need
+            it.
         slack: How much larger the limits are.
     """
 
@@ -114,6 +118,7 @@ class Reference(NamedTuple):
     run: Callable[[nn.Module], Any]
     gradients: Gradients
     in_float32: Gradients | None = None
+    in_float64: Callable[[], Gradients] | None = None
     slack: Slack = NO_SLACK
 
     def verify(self, actual: Gradients) -> tuple[float, float]:
@@ -130,10 +135,15 @@ class Reference(NamedTuple):
             changes = self._changes_by_rounding()
             if self.in_float32 is not None:
                 raise
-            return self._compare(actual, changes)
+            if self.slack.rounds_in_float32:
+                assert self.in_float64 is not None
+                roundings = distances(self.gradients, self.in_float64())
+                largest = {name: max(d, changes[name]) for name, d in roundings.items()}
+                return self._compare(actual, largest)
+            return self._compare(actual, {name: change / 10 for name, change in changes.items()})
 
-    def _compare(self, actual: Gradients, changes: Norms | None = None) -> tuple[float, float]:
-        limits, total = self._limits(changes or {}), self._norm()
+    def _compare(self, actual: Gradients, allowed: Norms | None = None) -> tuple[float, float]:
+        limits, total = self._limits(allowed or {}), self._norm()
         off = {name: d / total for name, d in distances(actual, self.gradients).items()}
         overall = norm_of(off)
         if not overall <= limits.overall:
@@ -150,14 +160,14 @@ class Reference(NamedTuple):
                 )
         return overall, limits.overall
 
-    def _limits(self, changes: Norms) -> Limits:
-        """Return the limits; in float32 they may depend on changes by a rounding of the weights."""
-        total, (factor, share) = self._norm(), self.slack
+    def _limits(self, allowed: Norms) -> Limits:
+        """Return the limits; in float32 at least what rounding allows each gradient."""
+        total, factor = self._norm(), self.slack.factor
         if self.in_float32 is None:
-            allowed = {name: share * change / total for name, change in changes.items()}
-            rounding, overall = 0.0, max(1e-5, norm_of(allowed))
+            rounding, overall = 0.0, max(1e-5, norm_of(allowed) / total)
+            scale = overall / 1e-5 if self.slack.rounds_in_float32 else 1.0
             tensors = {
-                name: max(1e-4 * norm / total + 1e-6, allowed.get(name, 0.0))
+                name: max(scale * (1e-4 * norm / total + 1e-6), allowed.get(name, 0.0) / total)
                 for name, norm in norms_of(self.gradients).items()
             }
         else:

@@ -424,12 +424,14 @@ def expected_of(step: Step) -> Reference:
     def run(model: nn.Module) -> None:
         step._replace(call=model, model=model).run_seeded()
 
-    in_float32 = None
+    def gradients_in(dtype: torch.dtype) -> Gradients:
+        model, x = copy.deepcopy(step.model).to(dtype), step.x
+        return Step(model, model, x.to(dtype) if x.is_floating_point() else x).gradients()
+
     with exact_convolutions():
-        if not step.policy.is_float32:
-            model, x = copy.deepcopy(step.model).float(), step.x
-            in_float32 = Step(model, model, x.float() if x.is_floating_point() else x).gradients()
-        return Reference(step.model, run, step.gradients(), in_float32)
+        in_float32 = None if step.policy.is_float32 else gradients_in(torch.float32)
+        in_float64 = partial(gradients_in, torch.float64)
+        return Reference(step.model, run, step.gradients(), in_float32, in_float64)
 
 
 def verify_step(step: Step, expected: Reference, slack: Slack = NO_SLACK) -> float:
