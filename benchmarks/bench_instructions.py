@@ -14,7 +14,6 @@ Needs valgrind and a C compiler.
 from __future__ import annotations
 
 import argparse
-import csv
 import ctypes
 import gc
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import IN_PLACE, RESULTS, Row, parser_of, write_csv
+from common import IN_PLACE, RESULTS, Row, parser_of, read_csv, write_csv
 from networks import ResidualBlock, TransformerBlock, chain, linear_chain
 from torch import nn
 from variants import CONVERT, Step, expected_of, verify_step
@@ -156,12 +155,11 @@ def check(path: Path) -> None:
     PyTorch is counted again too: some processes take 3% more for both, for example if another
     network did not run before.
     """
-    with path.open(newline="") as file:
-        allowed = {
-            row["block"]: float(row["added"])
-            + ALLOWED * sum(float(row[f"convert_{phase}"]) for phase in PHASES)
-            for row in csv.DictReader(file)
-        }
+    allowed = {
+        row["block"]: float(row["added"])
+        + ALLOWED * sum(float(row[f"convert_{phase}"]) for phase in PHASES)
+        for row in read_csv(path)
+    }
     exceeded = []
     for row in rows_of(counted()):
         name, added = str(row["block"]), float(row["added"])

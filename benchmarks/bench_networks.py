@@ -69,7 +69,7 @@ from common import (
     time_columns,
     write_results,
 )
-from gradients import NO_SLACK, SLACK_OF_MODULES, SLACK_OF_TOOLS
+from gradients import NO_SLACK, SLACK_OF_MODULES, SLACK_OF_TOOLS, Slack
 from integrations import INTEGRATED
 from networks import (
     MEMORY_FORMATS,
@@ -133,19 +133,24 @@ SLOW_TO_COMPILE = ("EfficientNet-B0",)
 WITH_DROPOUT = ("Llama, LoRA",)  # compiled code draws other numbers: no gradients to compare
 
 
+def _not_compiled(labels: Iterable[str]) -> list[str]:
+    """Return the variants without compiled code."""
+    return [label for label in labels if "compile" not in label]
+
+
 def _tools(name: str) -> list[str]:
     """Return the variants of a network in the comparison of tools."""
     if name == LANGUAGE_MODEL:
         has_chunks = hasattr(F, "linear_cross_entropy")  # from torch 2.13 on
         return [CONVERT, *(tool for tool in TOOLS if LOSS_IN_CHUNKS in tool and has_chunks)]
     tools = [CONVERT, *(tool for tool in TOOLS if LOSS_IN_CHUNKS not in tool)]
-    return [tool for tool in tools if name not in SLOW_TO_COMPILE or "compile" not in tool]
+    return _not_compiled(tools) if name in SLOW_TO_COMPILE else tools
 
 
 def _frontier(name: str) -> list[str]:
     """Return the variants of a network next to the baselines."""
-    tools = [tool for tool in BASELINES if name not in WITH_DROPOUT or "compile" not in tool]
-    return [OUT_OF_PLACE, *tools, *(f"convert, max_ops={n}" for n in MAX_OPS)]
+    variants = [OUT_OF_PLACE, *BASELINES, *(f"convert, max_ops={n}" for n in MAX_OPS)]
+    return _not_compiled(variants) if name in WITH_DROPOUT else variants
 
 
 SELECTIONS = {
@@ -157,6 +162,13 @@ SELECTIONS = {
 }
 
 
+def _slack_of(label: str) -> Slack:
+    """Return how much larger the limits of a variant's gradients are."""
+    if label == "modules":
+        return SLACK_OF_MODULES
+    return SLACK_OF_TOOLS if "compile" in label or LOSS_IN_CHUNKS in label else NO_SLACK
+
+
 def train(
     name: str, policy_name: str, arguments: argparse.Namespace, failures: Failures
 ) -> list[Row]:
@@ -166,8 +178,8 @@ def train(
     network, labels = selection.networks[name], arguments.variants
     if not labels:
         labels = selection.variants(name)
-        if arguments.quick:  # nothing compiled
-            labels = [label for label in labels if "compile" not in label]
+        if arguments.quick:
+            labels = _not_compiled(labels)
     shape = network.small if arguments.quick else getattr(network, device)
     if shape is None:
         return []
@@ -192,9 +204,7 @@ def train(
         for label in dict.fromkeys([IN_PLACE, *labels]):
             with failures.recorded(f"{name}, {policy_name}, {label}"):
                 step = step_of(label, model, x, policy, network.blocks)
-                rounds_elsewhere = "compile" in label or LOSS_IN_CHUNKS in label
-                slack = SLACK_OF_TOOLS if rounds_elsewhere else NO_SLACK
-                off[label] = verify_step(step, expected, slack)
+                off[label] = verify_step(step, expected, _slack_of(label))
                 memory[label] = step.memory()
                 if "compile" not in label:  # a mode counts no compiled kernels
                     work[label] = step.work()
@@ -469,8 +479,7 @@ def steps_rows(arguments: argparse.Namespace, failures: Failures) -> Iterator[Ro
             steps = _by_activation(network, arguments.device)
             expected = expected_of(next(iter(steps.values())))
             for label, step in steps.items():
-                slack = SLACK_OF_MODULES if label == "modules" else NO_SLACK
-                verify_step(step, expected, slack)
+                verify_step(step, expected, _slack_of(label))
             halves = {label: partial(_halves, step) for label, step in steps.items()}
             times = in_turn(halves, arguments.repetitions, warm_ups=3)
             for label in steps:

@@ -272,14 +272,16 @@ def test_gradients_that_a_rounding_of_the_weights_changes_are_noise(
 
 
 @pytest.mark.parametrize(
-    ("change", "slack", "limit"),
+    ("change", "from_float64", "slack", "limit"),
     [
-        *[(0.0, (), None), (1e-4, (), None), (1e-3, (), 1e-4), (2e-4, (4.0,), 8e-5)],
-        *[(1e-5, (4.0, True), None), (1e-4, (4.0, True), 4e-4)],
+        *[(0.0, 0.0, (), None), (1e-4, 0.0, (), None), (1e-3, 0.0, (), 1e-4)],
+        *[(2e-4, 0.0, (4.0,), 8e-5), (0.0, 1e-3, (4.0,), None)],
+        *[(1e-5, 1e-5, (4.0, True), None), (1e-4, 0.0, (4.0, True), 4e-4)],
+        (0.0, 1e-4, (4.0, True), 4e-4),
     ],
 )
 def test_gradients_in_float32_may_differ_by_what_rounding_allows(
-    change: float, slack: tuple[Any, ...], limit: float | None
+    change: float, from_float64: float, slack: tuple[Any, ...], limit: float | None
 ) -> None:
     from gradients import Reference, Slack, WrongGradientError
 
@@ -291,7 +293,7 @@ def test_gradients_in_float32_may_differ_by_what_rounding_allows(
             parameter.grad = torch.full_like(parameter, 1 + change * is_rounded)
 
     expected = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-    in_float64 = {name: (1 + change) * g.double() for name, g in expected.items()}
+    in_float64 = {name: (1 + from_float64) * g.double() for name, g in expected.items()}
     reference = Reference(model, run, expected, None, lambda: in_float64, Slack(*slack))
     with pytest.raises(WrongGradientError) if limit is None else nullcontext():
         difference, allowed = reference.verify({n: (1 + 5e-5) * g for n, g in expected.items()})
