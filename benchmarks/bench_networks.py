@@ -235,7 +235,6 @@ def train(
             "policy": policy_name,
             "memory_format": arguments.memory_format,
             "variant": label,
-            "source": "measured",
             "launched": "from a CUDA graph" if arguments.graphs else "one by one",
             "input": _dimensions(x.shape),
             **{f"{kind}_mib": f"{n / MIB:.2f}" for kind, n in memory[label]._asdict().items()},

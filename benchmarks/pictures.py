@@ -205,23 +205,24 @@ TOOL_LINES = {"convert, max_ops": "C0", "checkpoint": "C3", "torch.compile": "C1
 def draw_networks(path: Path) -> None:
     """Draw the frontier: a step's peak against what it costs, over PyTorch in place.
 
-    Each network has a column, each cost a row, each tool a line through its variants. The peak
+    Each network has a panel for each cost, each tool a line through its variants. The peak
     decides what fits into memory. Saved bytes would mislead: checkpoints save little, but allocate
     in backward what they recompute. Next to batches that fill the memory, the markers of compiled
     code are hollow: it was measured at smaller batches, in another run.
     """
-    rows = where(read_csv(path), source="measured")
+    rows = read_csv(path)
     networks = values(rows, "network")
     is_filled = path.stem.startswith("filled")
     if is_filled:
         rows += read_csv(path.with_name(path.name.replace("filled", "baselines")))
     costs = [cost for cost in COSTS if any(row.get(cost) for row in rows)]
-    columns = len(networks) if len(costs) > 1 else 4
+    top = max(1.1, *(1.05 * float(row[PEAK]) for row in rows if row[PEAK]))
+    columns = 2 * len(costs) if len(costs) > 1 else 4
     figure, axes = panels(
         len(networks) * len(costs), 2.3, 2.1, columns, sharey=True, sharex=is_filled
     )
     for i, axis in enumerate(axes):
-        cost, network = costs[i // len(networks)], networks[i % len(networks)]
+        network, cost = networks[i // len(costs)], costs[i % len(costs)]
         for tool, color in TOOL_LINES.items():
             own = [row for row in where(rows, network=network) if row["variant"].startswith(tool)]
             points = [(float(row[cost]), float(row[PEAK])) for row in own if row[cost]]
@@ -229,8 +230,8 @@ def draw_networks(path: Path) -> None:
             if is_filled and tool == "torch.compile":
                 line.set_markerfacecolor("white")
         axis.plot(1, 1, "k+", markersize=12, label=IN_PLACE)
-        axis.set_title(network if i < len(networks) else "", fontsize=9)
-        axis.set_ylim(0, 1.1)
+        axis.set_title(network, fontsize=9)
+        axis.set_ylim(0, top)
         axis.set_xlabel(COSTS[cost], fontsize=8)
     for axis in axes[::columns]:
         axis.set_ylabel("peak of a step", fontsize=8)

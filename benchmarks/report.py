@@ -118,7 +118,7 @@ def of_slow_functions(rows: Rows) -> Rows:
 
 
 def with_times(rows: Rows) -> Rows:
-    """Return the measured rows, with the time over PyTorch in place and its quartiles."""
+    """Return the rows, with the time over PyTorch in place and its quartiles."""
     for row in rows:
         ratio = row.get("ratio_to_torch_in_place")  # without it where nothing was timed
         # On a CPU the copies that offload makes do not cross a bus.
@@ -131,7 +131,7 @@ def with_times(rows: Rows) -> Rows:
             row["saved_over_torch_in_place"] = f"{row['saved_mib']} MiB"
             row["peak_over_torch_in_place"] = f"{row['peak_mib']} MiB"
             row["time"] = row["median_ms"] and f"{row['median_ms']} ms"
-    return [row for row in rows if row.get("source", "measured") == "measured"]
+    return rows
 
 
 def with_lines(rows: Rows) -> Rows:
@@ -141,11 +141,6 @@ def with_lines(rows: Rows) -> Rows:
         row["library and its script"] = f"[{each.library}](../examples/{each.script})"
         row["the line"] = f"`{each.line}`"
     return with_times([row for row in rows if row["variant"] == CONVERT])
-
-
-def chosen(rows: Rows) -> Rows:
-    """Return the rows of budgets, without those of other tools."""
-    return with_times([row for row in rows if not row.get("note")])
 
 
 def of_mechanisms(rows: Rows) -> Rows:
@@ -314,7 +309,7 @@ TABLES = {
     "ablation": Table(
         "bench_networks.py ablation", ["mechanism"], (), (*ABLATED, "calls"), of_mechanisms
     ),
-    "budgets": Table("bench_budgets.py", ("network", "input", "variant"), (), CHOSEN, chosen),
+    "budgets": Table("bench_budgets.py", ("network", "input", "variant"), (), CHOSEN, with_times),
     "networks": trained("", SAVED + WORK + TIME),
     "peaks": trained(" --memory-only", SAVED),
     "models": Table(
