@@ -6,8 +6,8 @@
 #
 # Parts, all by default: ablation activations budgets bytes calls host instructions integrations
 # memory models networks norms peaks small steps tools training. On two calm cores, with nothing
-# else running, models takes 90 minutes, networks and peaks an hour each, bytes and budgets half an
-# hour each, tools 21 minutes.
+# else running, models takes 90 minutes, networks an hour, bytes and budgets half an hour each, tools
+# 21 minutes. Next to models peaks took 101 minutes.
 # PYTHON names an interpreter with the package and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
