@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -175,22 +174,6 @@ def seed() -> int:
     print(f"INPLACE_OPS_SEED={value}")  # pytest shows this line if the test fails
     torch.manual_seed(value)
     return value
-
-
-@pytest.fixture(scope="session")
-def built_host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModuleType]:
-    """Return a function that compiles host_kernels.cpp, for "some" or for "all" activations."""
-
-    @functools.cache
-    def built(activations: str) -> ModuleType:
-        # Without optimization, functions that are always inlined take longer to compile and to run.
-        flags = ["-DHOST_DEVICE=inline"]
-        if activations == "some":
-            flags.append("-DINPLACE_OPS_SOME_ACTIVATIONS")
-        name = f"host_kernels_{activations}"
-        return build("host_kernels.cpp", tmp_path_factory.mktemp(name), *flags, name=name)
-
-    return built
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from _support.extension import build
 from _support.kernel_checks import (
     CASES,
     DOUBLE_BACKWARD,
@@ -57,13 +58,18 @@ all_cases = parametrize(CASES)
 some_cases = parametrize(case for case in CASES if case.entry in SOME)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def host_kernels(
-    request: pytest.FixtureRequest, built_host_kernels: Callable[[str], ModuleType]
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ModuleType:
-    """host_kernels.cpp, compiled for SOME activations, or for all if the test's case needs them."""
-    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
-    return built_host_kernels("some" if case is None or case.entry in SOME else "all")
+    """host_kernels.cpp, compiled for SOME activations, or for all if a selected test needs them."""
+    # Without optimization, functions that are always inlined take longer to compile and to run.
+    flags = ["-DHOST_DEVICE=inline"]
+    selected = [item for item in request.session.items if item.path == request.path]
+    parameters = [item.callspec.params for item in selected if hasattr(item, "callspec")]
+    if all(each["case"].entry in SOME for each in parameters if "case" in each):
+        flags.append("-DINPLACE_OPS_SOME_ACTIVATIONS")
+    return build("host_kernels.cpp", tmp_path_factory.mktemp("host_kernels"), *flags)
 
 
 @all_cases
