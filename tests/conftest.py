@@ -7,13 +7,11 @@ import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from _support.compatibility import Recorder
 from _support.engine_norms import fused_rms_norm
-from _support.extension import build
 from _support.plans import compared_plans
 from _support.processes import Processes
 from _support.twins import EACH_SOURCE, nodes_from
@@ -174,10 +172,3 @@ def seed() -> int:
     print(f"INPLACE_OPS_SEED={value}")  # pytest shows this line if the test fails
     torch.manual_seed(value)
     return value
-
-
-@pytest.fixture(scope="session")
-def recorder(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """host_kernels.cpp, compiled to record the launches of all kernels instead of running them."""
-    flags = ["-DHOST_DEVICE=inline", "-DINPLACE_OPS_RECORD"]
-    return build("host_kernels.cpp", tmp_path_factory.mktemp("recorder"), *flags, name="recorder")

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from _support.cuobjdump import cuobjdump, skip_module_without_it
+from _support.extension import build
 from _support.kernel_checks import (
     CASES,
     DOUBLE_BACKWARD,
@@ -168,6 +169,13 @@ class CompiledKernels:
         fma = self._recorder.fma_float if is_float else self._recorder.fma_double
         fma(*(array.ctypes.data for array in (*inputs, result)), len(result), rounds_down)
         return result
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """host_kernels.cpp, compiled to record the launches of all kernels instead of running them."""
+    flags = ["-DHOST_DEVICE=inline", "-DINPLACE_OPS_RECORD"]
+    return build("host_kernels.cpp", tmp_path_factory.mktemp("recorder"), *flags, name="recorder")
 
 
 @pytest.fixture(scope="module")
