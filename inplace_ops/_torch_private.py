@@ -348,6 +348,16 @@ def saved_by_checkpoint(checkpoint: Any) -> Iterator[SavedByCheckpoint]:
         pending += [(each, op) for each in inner]
 
 
+def unpacked(handle: Any) -> Tensor | None:
+    """Return what autograd's handle has saved, with its `grad_fn`.
+
+    In torch 2.11 only a node unpacks what has hooks: return None.
+    """
+    if hasattr(handle, "unpack"):
+        return handle.unpack()
+    return handle.data if handle.unpack_hook is None else None
+
+
 def cell_contents(function: FunctionType) -> list[Any]:
     """Return the values of a function's closure. A cell is empty until its variable is assigned."""
     contents = []

@@ -20,6 +20,7 @@ from .._torch_private import (
     next_sequence_number,
     storage_id,
     tree_leaves,
+    unpacked,
 )
 from ..memory import Packed
 from ..recompute import nodes, reasons
@@ -397,7 +398,8 @@ def _checkpointed(each: Checkpointed) -> tuple[Node | str, str]:
         return nodes.name_of_op(each.op), reasons.CACHED_BY_CHECKPOINT
     if not each.is_input:
         return NO_PRODUCER, reasons.NEEDED_BY_CHECKPOINT
-    base, _ = _base_of(each.handle.unpack()) if nodes.is_readable(each.handle) else (None, 0)
+    saved = unpacked(each.handle) if nodes.is_readable(each.handle) else None
+    base, _ = (None, 0) if saved is None else _base_of(saved)
     return base, reasons.CHECKPOINT_INPUT
 
 

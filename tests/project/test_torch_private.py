@@ -539,7 +539,7 @@ ELSEWHERE = {
     **dict.fromkeys(
         (
             *("SavedByCheckpoint", "SavedTensor", "cell_contents", "checkpoint_of"),
-            *("saved_by_checkpoint", "unnoticed_saved_tensor_hooks"),
+            *("saved_by_checkpoint", "unnoticed_saved_tensor_hooks", "unpacked"),
         ),
         "conversion/test_saved_bytes.py::test_checkpoints_count_the_memory_that_they_keep",
     ),
