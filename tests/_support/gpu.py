@@ -58,6 +58,18 @@ def only(backend: SDPBackend) -> Iterator[None]:
 
 
 @contextmanager
+def tf32(is_allowed: bool) -> Iterator[None]:
+    """Let float32 products round their operands to TF32's 10 bits of mantissa, or not."""
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+    try:
+        with torch.backends.cudnn.flags(allow_tf32=is_allowed):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(kept)
+
+
+@contextmanager
 def no_synchronization() -> Iterator[None]:
     """Let operations that wait for the GPU raise, as far as PyTorch detects them."""
     with warnings.catch_warnings():

@@ -22,6 +22,7 @@ from _support.gpu import (
     no_synchronization,
     on_a_gpu,
     only,
+    tf32,
 )
 from _support.twins import (
     Step,
@@ -111,6 +112,32 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
+class Bottleneck(nn.Module):
+    """A convolution that widens, between a pooling and a convolution that makes it narrow again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm, self.act = nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()
+        self.pool = nn.MaxPool2d(3, 2)
+        self.wide, self.norm_of_wide = nn.Conv2d(16, 64, 1, bias=False), nn.BatchNorm2d(64)
+        self.last = nn.Conv2d(64, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.act(self.norm(self.stem(x))))
+        return self.last(F.silu(self.norm_of_wide(self.wide(x))))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(32, 64), nn.LayerNorm(64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
 def stack(
     norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
     activation: Callable[[], nn.Module] = nn.SiLU,
@@ -155,6 +182,8 @@ NETWORKS: dict[str, Network] = {
     ),
     "gated_mlp": Network(GatedMLP, (4, 32, 32), ("down",)),
     "attention": Network(Attention, (2, 64, 32), ("qkv",)),
+    "bottleneck": Network(Bottleneck, PICTURES, ("pool", "norm_of_wide")),
+    "mlp": Network(MLP, (4, 32, 32), ("", "down")),
 }
 each_network = pytest.mark.parametrize("name", NETWORKS)
 each_network_in_both_formats = in_both_formats({name: n.shape for name, n in NETWORKS.items()})
@@ -535,6 +564,94 @@ def test_cuda_graph_of_a_training_step_matches_pytorch(
         difference += float((mine - value.double()).square().sum())
     assert moved > 0
     assert difference <= 0.05**2 * moved, f"off by {difference**0.5:.3g} of {moved**0.5:.3g}"
+
+
+@each_network
+def test_graphed_callable_matches_pytorch(name: str, device: torch.device) -> None:
+    """`torch.cuda.make_graphed_callables` captures forward and backward apart."""
+    original, x = network_and_input(name, device, DOUBLE)
+    twin = copy.deepcopy(original)
+    report = inplace_ops.convert(twin)
+    graphed = torch.cuda.make_graphed_callables(twin, (x.clone(),))
+    assert report.replaced, [(row.producer, row.reason) for row in report.remaining]
+    graphed.load_state_dict(original.state_dict())  # the capture has changed the buffers
+    for _ in range(3):
+        x = torch.randn_like(x)
+        steps = []
+        for model in (original, graphed):
+            model.zero_grad()
+            y = model(x)
+            (y * random_like(y)).sum().backward()
+            steps.append({key: p.grad for key, p in model.named_parameters()} | {"y": y.detach()})
+        assert_same_step(steps[1], steps[0], 1e-8)
+
+
+# Products that run again.
+
+
+class Widening(NamedTuple):
+    """A product that widens, and the shape of its input."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+
+
+PRODUCTS: dict[str, Widening] = {
+    "1 x 1": Widening(lambda: nn.Conv2d(64, 256, 1, bias=False), (8, 64, 28, 28)),
+    "3 x 3": Widening(lambda: nn.Conv2d(32, 64, 3, padding=1), (8, 32, 40, 40)),
+    "grouped": Widening(lambda: nn.Conv2d(32, 64, 3, padding=1, groups=8), (8, 32, 40, 40)),
+    "transposed": Widening(lambda: nn.ConvTranspose2d(32, 16, 2, stride=2), (8, 32, 20, 20)),
+    "few pixels": Widening(lambda: nn.Conv2d(512, 2048, 1, bias=False), (2, 512, 7, 7)),
+    "tokens": Widening(lambda: nn.Linear(384, 1536), (8, 196, 384)),
+    "few tokens": Widening(lambda: nn.Linear(2048, 5504, bias=False), (16, 2048)),
+}
+
+
+class Compute(NamedTuple):
+    """The dtype that products are computed in, and whether cuDNN measures its algorithms."""
+
+    dtype: torch.dtype
+    in_tf32: bool = False
+    benchmark: bool = False
+
+
+COMPUTES = {
+    "float32": Compute(FLOAT),
+    "tf32": Compute(FLOAT, in_tf32=True),
+    "tf32_benchmark": Compute(FLOAT, in_tf32=True, benchmark=True),
+    "bfloat16": Compute(BFLOAT),
+    "bfloat16_benchmark": Compute(BFLOAT, benchmark=True),
+    "float16": Compute(HALF),
+}
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+@in_both_formats({name: product.shape for name, product in PRODUCTS.items()})
+def test_recomputed_product_has_the_same_bits(
+    name: str, memory_format: torch.memory_format, compute: str, device: torch.device
+) -> None:
+    """cuDNN and cuBLAS return the same bits for the same tensors and flags."""
+    (make, shape), (dtype, in_tf32, benchmark) = PRODUCTS[name], COMPUTES[compute]
+    product, x = make(), torch.randn(shape, device=device, dtype=dtype)
+    model = nn.Sequential(nn.Tanh(), product, SiLUOfAnotherLibrary()).to(device, dtype)
+    if x.dim() == 4:
+        model, x = model.to(memory_format=memory_format), x.to(memory_format=memory_format)
+    outputs: list[Tensor] = []
+    product.register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
+    inplace_ops.convert(model, max_ops=10**6)
+    with tf32(in_tf32), torch.backends.cudnn.flags(allow_tf32=in_tf32, benchmark=benchmark):
+        for _ in range(3):  # the first is the first use
+            values = recomputed(model(x.requires_grad_()))
+            found = [v for v in values if v.original is None and v.spec.products]
+        assert found, "no product is recomputed"
+        assert all(torch.equal(value.compute(), outputs[-1]) for value in found)
+
+
+class SiLUOfAnotherLibrary(nn.Module):
+    """A SiLU that `convert` does not replace: it saves the output of the product before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x)
 
 
 # No synchronization with the GPU.

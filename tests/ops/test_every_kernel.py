@@ -17,7 +17,7 @@ from _support.marks import readable_id
 from torch import Tensor
 
 from inplace_ops import _ops
-from inplace_ops.activations import ACTIVATIONS
+from inplace_ops.activations import ACTIVATIONS, Activation
 
 # Enough whole tiles for accesses of 16 bytes, and a rest. No memory follows the last element, and
 # its byte of packed bits is not full.
@@ -139,7 +139,18 @@ def run_normalized(
         results += [ops.recompute(x, *norm, *scalars, **cast) for cast in casts]
         for gradient in (grad, strided):
             results.append(ops.backward["recompute"](gradient, x, *norm, *scalars))
+            if row_statistics is None:
+                results += run_batch_norm(activation, gradient, x, norm[0], scalars)
     return results
+
+
+def run_batch_norm(
+    activation: Activation, grad: Tensor, x: Tensor, affine: Tensor, scalars: list[float]
+) -> list[Tensor]:
+    """Return the gradients of x, and of weight and bias as means instead of sums."""
+    scale, shift = affine.flatten(1)
+    gradients = activation.ops.backward_batch_norm(grad, x, affine, shift, scale, None, *scalars)
+    return [gradients[0], *(total * scale.numel() / x.numel() for total in gradients[1:])]
 
 
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
