@@ -58,11 +58,6 @@ def grouped(rows: Rows, *columns: str) -> dict[tuple[str, ...], Rows]:
     return groups
 
 
-def find(rows: Rows, column: str, **wanted: str) -> str:
-    """Return a column of the row that has the wanted values; a dash if there is none."""
-    return next((row[column] for row in rows if wanted.items() <= row.items()), "-")
-
-
 class Table(NamedTuple):
     """How a result file becomes a table.
 
@@ -248,6 +243,9 @@ TITLES = {
     "backward_us_per_activation": "backward",
     "us_per_block": "us a block",
     "result": "same gradients, or why it failed",
+    "passes": "passes that a product takes",
+    "passes_counted": "as counted",
+    "flops_per_byte": "FLOPs per byte",
     "equal": "bit for bit",
     "ratio": "saved bytes over PyTorch's: median (quartiles)",
     "ends": "best, worst",
@@ -279,6 +277,9 @@ TABLES = {
     "norms": Table(
         "bench_bandwidth.py norms",
         *(("activation", "kernel"), ("layout", "dtype"), ["share_of_copy"], lowest_shares),
+    ),
+    "products": Table(
+        "bench_products.py", ["product"], ["dtype"], ("passes", "passes_counted", "flops_per_byte")
     ),
     "activations": Table(
         "bench_ops.py time",
@@ -333,13 +334,12 @@ def gpu(filled: Rows, batches: Rows) -> str:
     body = []
     for row in filled:
         if row["variant"] == CONVERT:
-            ours, theirs = (
-                int(find(batches, "largest_batch", network=row["network"], variant=variant))
-                for variant in (CONVERT, IN_PLACE)
-            )
-            ratios = [*(float(row[column]) for column in columns), ours / theirs]
-            name = f"{row['network']}, {row['input']}"
-            body.append([name, *(f"{ratio:.2f}" for ratio in ratios)])
+            cells = [f"{float(row[column]):.2f}" for column in columns]
+            own = [each for each in batches if each["network"] == row["network"]]
+            sizes = {each["variant"]: int(each["largest_batch"]) for each in own}
+            is_measured = {CONVERT, IN_PLACE} <= sizes.keys()
+            cells.append(f"{sizes[CONVERT] / sizes[IN_PLACE]:.2f}" if is_measured else "-")
+            body.append([f"{row['network']}, {row['input']}", *cells])
     device = filled[0]["device"].removeprefix("NVIDIA ")
     header = [f"`convert` on an {device}, relative to PyTorch in place", "saved for backward"]
     limit = float(batches[0]["memory_limit_gib"])

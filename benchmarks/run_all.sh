@@ -5,15 +5,15 @@
 #   benchmarks/run_all.sh [PART...]
 #
 # Parts, all by default: ablation activations budgets bytes calls host instructions integrations
-# memory models networks norms peaks small steps tools training. On two calm cores, with nothing
-# else running, models takes 90 minutes, networks an hour, bytes and budgets half an hour each, tools
-# 21 minutes. Next to models peaks took 101 minutes.
+# memory models networks norms peaks products small steps tools training. On two calm cores, with
+# nothing else running, models takes 90 minutes, networks an hour, bytes and budgets half an hour
+# each, tools 21 minutes. Next to models peaks took 101 minutes.
 # PYTHON names an interpreter with the package and its extras models and demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 known="ablation activations budgets bytes calls host instructions integrations memory models networks norms"
-known+=" peaks small steps tools training"
+known+=" peaks products small steps tools training"
 for part in "$@"; do
   [[ " $known " == *" $part "* ]] || {
     sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
@@ -51,6 +51,7 @@ bench norms bandwidth norms --device cpu
 bench peaks networks train --memory-only --device cpu --scale-batch 4 --policies "CUDA autocast" \
   --networks EfficientNet-B0 ResNet-50 DenseNet-121 ConvNeXt-T YOLOv8n "diffusion U-Net" \
   nnU-Net-like ViT-S/16 "Llama blocks" "Llama, 2 layers"
+bench products products --device cpu
 bench small networks small --device cpu
 bench steps networks steps --device cpu
 bench training training --device cpu

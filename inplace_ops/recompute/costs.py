@@ -10,12 +10,16 @@ from collections.abc import Mapping
 
 import torch
 
-# The FLOPs that a device computes while it moves one byte to or from its memory, by device type and
-# dtype. "tf32" is of float32 products that run in TF32. An unlisted device counts as a CPU.
+# The FLOPs that a device computes in a pass over one byte, while it reads one and writes one, by
+# device type and dtype. "tf32" is of float32 products that run in TF32. An unlisted device counts
+# as a CPU. `benchmarks/bench_products.py` measures such numbers.
 #
-# - CUDA: half of what dense products reach on an H100 or H200 (790 TFLOP/s in 16 bits), over what
-#   copies reach (3.0 and 4.3 TB/s). Float32 without TF32: 67 TFLOP/s by NVIDIA's data sheet.
-# - CPU: the order of magnitude of cores with AVX2 or AVX-512.
+# - CUDA: assumed. While an H200's copies move 4.3 TB/s, its large products reach 790 TFLOP/s in 16
+#   bits: 367 FLOPs in a pass over one byte. Smaller products reach less: the entry is 0.3 of it,
+#   and half of that with TF32. Without TF32 it is half, and in float64 a third, of the 67 TFLOP/s
+#   of NVIDIA's data sheet.
+# - CPU: an order of magnitude. One with AVX-512 has about 10 in float32, 5 in float64, and 20 in
+#   bfloat16, which is far slower without such instructions.
 FLOPS_PER_BYTE: dict[str, Mapping[torch.dtype | str, float]] = {
     "cuda": {
         torch.bfloat16: 110.0,

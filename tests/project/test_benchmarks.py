@@ -409,3 +409,18 @@ def test_rows_without_a_column_keep_the_others_in_place(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="peak"):
         write_csv(path, [*rows, {"network": "c", "peak": "4"}], "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_compared_before_they_are_timed(dtype: torch.dtype) -> None:
+    from bench_products import PRODUCTS
+
+    for name in ("YOLOv8n, 16 to 32 channels, 3 x 3", "ConvNeXt-T, 384 to 1536"):
+        product = PRODUCTS[name]
+        x, weight = product.tensors(2**17, dtype, "cpu")
+        output, eps = product.run(x, weight), torch.finfo(dtype).eps
+        product.check(x, weight, output, eps)
+        with pytest.raises(AssertionError, match="off by"):
+            product.check(x, weight, output * (1 + 64 * eps), eps)
+        with pytest.raises(AssertionError, match="off by"):
+            product.check(x, weight, torch.full_like(output, torch.nan), eps)
