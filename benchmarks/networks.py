@@ -597,7 +597,7 @@ NETWORKS = {
         partial(load, "timm:vit_small_patch16_224"), **_images(224, 224, 224), blocks=("Block",)
     ),
     "ConvNeXt-T": Network(
-        partial(load, "timm:convnext_tiny"), **_images(128, 224), blocks=("ConvNeXtBlock",)
+        partial(load, "timm:convnext_tiny"), **_images(128, 224, 224), blocks=("ConvNeXtBlock",)
     ),
     "ConvNeXt-V2": Network(partial(load, "timm:convnextv2_atto"), **_images(128)),
     "Swin-T": Network(partial(load, "timm:swin_tiny_patch4_window7_224"), **_images(224)),

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config
 import torch._inductor
+from ablation import without
 from common import IN_PLACE, OUT_OF_PLACE, Clock, MovedBytes, exact_convolutions, memory_of
 from gradients import NO_SLACK, Gradients, Reference, Slack, gradients_of
 from networks import LanguageModel, backward
@@ -217,6 +218,17 @@ def converted(
     return model
 
 
+def with_norms_apart(model: nn.Module, blocks: Collection[str]) -> Callable[..., Any]:
+    """Return the converted model without the backward that batch norms share with activations."""
+    converted(model)
+
+    def run(x: Tensor) -> Any:
+        with without("bypass of batch norms"):
+            return model(x)
+
+    return run
+
+
 def with_compiled_blocks(model: nn.Module, blocks: Collection[str]) -> nn.Module:
     """Compile each second block of a converted model, and return the model."""
     for block in blocks_of(converted(model), blocks)[::2]:
@@ -256,7 +268,7 @@ def with_chunked_loss(model: nn.Module) -> nn.Module:
     return model
 
 
-CONVERT = "convert, max_ops=4"
+CONVERT, NORMS_APART = "convert, max_ops=4", "convert, backward of norms apart"
 CHECKPOINTS = "checkpoint of each block"
 HALF_CHECKPOINTS = "checkpoint of each second block"
 OFFLOAD, LOSS_IN_CHUNKS = "all saved tensors offloaded", "loss in chunks"
@@ -284,6 +296,7 @@ VARIANTS: Changes = {
     IN_PLACE: lambda model, blocks: model,  # as its author wrote it
     **TOOLS,
     **{f"convert, max_ops={n}": partial(converted, max_ops=n) for n in MAX_OPS},
+    NORMS_APART: with_norms_apart,
 }
 BASELINES = ("torch.compile", "torch.compile, memory budget 0.5", CHECKPOINTS, HALF_CHECKPOINTS)
 
