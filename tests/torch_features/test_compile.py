@@ -30,6 +30,7 @@ import inplace_ops
 
 # Dynamo issues these warnings while it traces an autograd.Function and inspects graph inputs.
 pytestmark = [
+    pytest.mark.compiles,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]

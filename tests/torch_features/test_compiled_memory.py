@@ -15,7 +15,10 @@ import inplace_ops
 from inplace_ops import saved_bytes
 from inplace_ops.activations import ACTIVATIONS, RELU, RELU6, SILU, Activation
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Dynamo and Inductor warn
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.filterwarnings("ignore"),  # Dynamo and Inductor warn
+]
 
 CHANNELS = 8
 NORMS: dict[str, Callable[[], nn.Module]] = {
