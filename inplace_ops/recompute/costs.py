@@ -18,7 +18,7 @@ import torch
 #   bits: 367 FLOPs in a pass over one byte. Smaller products reach less: the entry is 0.3 of it,
 #   and half of that with TF32. Without TF32 it is half, and in float64 a third, of the 67 TFLOP/s
 #   of NVIDIA's data sheet.
-# - CPU: an order of magnitude. One with AVX-512 has about 10 in float32, 5 in float64, and 20 in
+# - CPU: an order of magnitude. One with AVX-512 has about 12 in float32, 6 in float64, and 30 in
 #   bfloat16, which is far slower without such instructions.
 FLOPS_PER_BYTE: dict[str, Mapping[torch.dtype | str, float]] = {
     "cuda": {
