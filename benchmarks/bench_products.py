@@ -7,8 +7,8 @@ are in channels_last. Each product writes about `--bytes` bytes.
 
 passes: the time of a product over that of a copy of a tensor of its output's size, within a
 repetition. passes_counted: the same by the table. flops_per_byte: the entry of the table that would
-count what was measured; none where the product's memory alone counts more. "square" is bound by
-arithmetic: it has the most that a device reaches.
+count what was measured, where arithmetic takes most of the time. "square" is bound by arithmetic
+alone.
 """
 
 from __future__ import annotations
@@ -81,12 +81,13 @@ class Product(NamedTuple):
         """Compare the last sample's output with float64.
 
         Its elements may be off by one rounding of relative size `eps`, and by those of a sum in at
-        least float32, which add up to about the root of their number.
+        least float32, which add up to about the root of their number. Fast algorithms for large
+        kernels, such as Winograd's, round more often.
         """
         expected = self.run(x[-1:].double(), weight.double())
         off = float((output[-1:].double() - expected).norm() / expected.norm())
         summed = torch.finfo(torch.promote_types(output.dtype, torch.float32)).eps
-        if not off <= eps + math.sqrt(self.terms) * summed:
+        if not off <= eps + (4 if self.kernel > 1 else 1) * math.sqrt(self.terms) * summed:
             raise AssertionError(f"the product is off by {off:.1e} of its norm")
 
 
@@ -118,7 +119,7 @@ def tf32(is_allowed: bool) -> Iterator[None]:
     kept = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if is_allowed else "highest")
     try:
-        with torch.backends.cudnn.flags(allow_tf32=is_allowed):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=is_allowed):
             yield
     finally:
         torch.set_float32_matmul_precision(kept)
@@ -145,6 +146,7 @@ def measure(product: Product, dtype_name: str, arguments: argparse.Namespace) ->
     moved, size = x.nbytes + weight.nbytes + output.nbytes, output.nbytes
     entry = costs.flops_per_byte(arguments.device, dtype, is_tf32)
     of_arithmetic = passes[1] - costs.passes(0, moved, size, entry)
+    has_entry = of_arithmetic > passes[1] / 2  # else it is a small difference of large numbers
     return {
         "input": " x ".join(map(str, x.shape)),
         "output_mib": f"{size / MIB:.1f}",
@@ -155,7 +157,7 @@ def measure(product: Product, dtype_name: str, arguments: argparse.Namespace) ->
         "passes_first_quartile": f"{passes[0]:.2f}",
         "passes_third_quartile": f"{passes[2]:.2f}",
         "passes_counted": f"{costs.passes(flops, moved, size, entry):.2f}",
-        "flops_per_byte": f"{flops / size / of_arithmetic:.1f}" if of_arithmetic > 0 else "",
+        "flops_per_byte": f"{flops / size / of_arithmetic:.1f}" if has_entry else "",
     }
 
 

@@ -58,12 +58,19 @@ def only(backend: SDPBackend) -> Iterator[None]:
 
 
 @contextmanager
-def tf32(is_allowed: bool) -> Iterator[None]:
-    """Let float32 products round their operands to TF32's 10 bits of mantissa, or not."""
+def fast_products(tf32: bool, benchmark: bool) -> Iterator[None]:
+    """Let products run as in training.
+
+    Args:
+        tf32: Whether float32 products round their operands to TF32's 10 bits of mantissa.
+        benchmark: Whether cuDNN measures its algorithms, and takes the fastest.
+    """
     kept = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     try:
-        with torch.backends.cudnn.flags(allow_tf32=is_allowed):
+        with torch.backends.cudnn.flags(
+            enabled=True, benchmark=benchmark, deterministic=False, allow_tf32=tf32
+        ):
             yield
     finally:
         torch.set_float32_matmul_precision(kept)

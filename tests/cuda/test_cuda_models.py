@@ -18,11 +18,11 @@ from _support.gpu import (
     HALF,
     captured,
     each_backend,
+    fast_products,
     in_both_formats,
     no_synchronization,
     on_a_gpu,
     only,
-    tf32,
 )
 from _support.twins import (
     Step,
@@ -572,6 +572,7 @@ def test_graphed_callable_matches_pytorch(name: str, device: torch.device) -> No
     original, x = network_and_input(name, device, DOUBLE)
     twin = copy.deepcopy(original)
     report = inplace_ops.convert(twin)
+    gc.collect()  # freeing another test's graph during the capture would end it
     graphed = torch.cuda.make_graphed_callables(twin, (x.clone(),))
     assert report.replaced, [(row.producer, row.reason) for row in report.remaining]
     graphed.load_state_dict(original.state_dict())  # the capture has changed the buffers
@@ -611,14 +612,14 @@ class Compute(NamedTuple):
     """The dtype that products are computed in, and whether cuDNN measures its algorithms."""
 
     dtype: torch.dtype
-    in_tf32: bool = False
+    tf32: bool = False
     benchmark: bool = False
 
 
 COMPUTES = {
     "float32": Compute(FLOAT),
-    "tf32": Compute(FLOAT, in_tf32=True),
-    "tf32_benchmark": Compute(FLOAT, in_tf32=True, benchmark=True),
+    "tf32": Compute(FLOAT, tf32=True),
+    "tf32_benchmark": Compute(FLOAT, tf32=True, benchmark=True),
     "bfloat16": Compute(BFLOAT),
     "bfloat16_benchmark": Compute(BFLOAT, benchmark=True),
     "float16": Compute(HALF),
@@ -627,11 +628,15 @@ COMPUTES = {
 
 @pytest.mark.parametrize("compute", COMPUTES)
 @in_both_formats({name: product.shape for name, product in PRODUCTS.items()})
-def test_recomputed_product_has_the_same_bits(
+def test_product_that_runs_again_has_the_same_bits(
     name: str, memory_format: torch.memory_format, compute: str, device: torch.device
 ) -> None:
-    """cuDNN and cuBLAS return the same bits for the same tensors and flags."""
-    (make, shape), (dtype, in_tf32, benchmark) = PRODUCTS[name], COMPUTES[compute]
+    """cuDNN and cuBLAS return the same bits for the same tensors and flags, in any thread.
+
+    Where cuDNN measures its algorithms, each thread measures for itself, and may take another one.
+    The product is then within the tolerance of the comparison at first use.
+    """
+    (make, shape), (dtype, tf32, benchmark) = PRODUCTS[name], COMPUTES[compute]
     product, x = make(), torch.randn(shape, device=device, dtype=dtype)
     model = nn.Sequential(nn.Tanh(), product, SiLUOfAnotherLibrary()).to(device, dtype)
     if x.dim() == 4:
@@ -639,12 +644,15 @@ def test_recomputed_product_has_the_same_bits(
     outputs: list[Tensor] = []
     product.register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
     inplace_ops.convert(model, max_ops=10**6)
-    with tf32(in_tf32), torch.backends.cudnn.flags(allow_tf32=in_tf32, benchmark=benchmark):
+    with fast_products(tf32, benchmark):
         for _ in range(3):  # the first is the first use
             values = recomputed(model(x.requires_grad_()))
             found = [v for v in values if v.original is None and v.spec.products]
         assert found, "no product is recomputed"
-        assert all(torch.equal(value.compute(), outputs[-1]) for value in found)
+        again = in_a_thread(found[0].compute).double()
+    expected = outputs[-1].double()
+    distance = float((again - expected).norm() / expected.norm())
+    assert distance <= (found[0].spec.tolerance if benchmark else 0.0)
 
 
 class SiLUOfAnotherLibrary(nn.Module):

@@ -111,6 +111,7 @@ def test_gradients_are_pytorchs(model: str, norm: str, act: str) -> None:
     assert saved_allocation(lambda: twin(x)) < saved_allocation(lambda: original(x))
 
 
+@pytest.mark.usefixtures("_deterministic_cudnn")
 @pytest.mark.parametrize("device", ["cuda"], indirect=True)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("norm", ["batch", "group"])
@@ -121,8 +122,7 @@ def test_gradients_on_a_gpu_are_pytorchs(
     original = MODELS[model](NORMS[norm], nn.SiLU).to(device, memory_format=memory_format)
     x = images().to(device, memory_format=memory_format)
     twin = converted_twin(original)
-    with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
-        assert_same_steps(original, twin, x, tolerance=1e-2 if model == "upcast" else 1e-4)
+    assert_same_steps(original, twin, x, tolerance=1e-2 if model == "upcast" else 1e-4)
 
 
 def of_group_norm() -> nn.Module:
