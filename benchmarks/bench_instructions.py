@@ -34,7 +34,7 @@ from variants import CONVERT, Step, expected_of, verify_step
 
 import inplace_ops
 
-BLOCKS = 20
+BLOCKS = 10
 STEPS = 2  # that are counted
 ALLOWED = 0.02  # of a block's instructions
 

@@ -218,7 +218,7 @@ else # limits here only end what hangs
   bench norms 300 bandwidth norms --sizes $((2 ** 17)) --repetitions 2 \
     --layouts "NCHW, 512 x 7 x 7" "rows of 384"
   bench activations 300 ops time --elements 4096 --dtypes bfloat16 --repetitions 2 \
-    --activations SiLU --compile
+    --activations SiLU
   bench host 300 ops host --repetitions 2
   bench memory 300 ops memory --size 256 --activations ReLU SiLU
   bench bytes 300 networks bytes --networks "Llama blocks" --policies "CUDA autocast" --max-ops 4

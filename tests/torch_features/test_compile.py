@@ -267,7 +267,7 @@ def inductor(
     return partial(torch.compile, backend="inductor")
 
 
-@pytest.mark.parametrize("backend", quick(["aot_eager", "inductor"], ["aot_eager"]))
+@pytest.mark.parametrize("backend", quick(["aot_eager", "inductor"], ["aot_eager"], release))
 @ignores_warnings
 def test_output_after_norm_may_be_modified_by_later_ops(
     backend: str, inductor: Callable[..., Any], device: torch.device

@@ -120,8 +120,9 @@ def test_saves_no_more_than_pytorch(
             assert saved_per_element(backend, device, norm, call, is_used) <= least, name
 
 
-@slow
-@pytest.mark.parametrize("activation", [RELU, SILU], ids=lambda a: a.ops.name)
+@pytest.mark.parametrize(
+    "activation", quick([RELU, SILU], always=(), marks=release), ids=lambda a: a.ops.name
+)
 def test_saves_no_more_than_pytorch_under_inductor(
     activation: Activation, device: torch.device
 ) -> None:
