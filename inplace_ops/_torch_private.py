@@ -9,7 +9,7 @@ No other module uses a private name of PyTorch, with three exceptions:
 - The names of node types in the tables of rules, in `recompute/operations.py`, `recompute/views.py`
   and `recompute/norms.py`: there a name is next to what the engine knows of the operation.
 
-Checked on torch 2.11, 2.13 and 2.14. `tests/project/test_torch_private.py` has a check for
+Checked on torch 2.11 to 2.15. `tests/project/test_torch_private.py` has a check for
 each name of this module, so that its failures list what a new version of torch has changed.
 """
 
