@@ -2,13 +2,12 @@
 
 `convert` decides whether to recompute a product by the passes that it takes: those of its memory,
 and those of its arithmetic by a table of FLOPs per byte (`inplace_ops/recompute/costs.py`). This
-benchmark measures the products of networks, of which that table is made. All of them widen. Images
-are in channels_last. Each product writes about `--bytes` bytes.
+benchmark measures products of networks that widen, and a square one, which is bound by arithmetic
+alone. Images are in channels_last. Each product writes about `--bytes` bytes.
 
 passes: the time of a product over that of a copy of a tensor of its output's size, within a
 repetition. passes_counted: the same by the table. flops_per_byte: the entry of the table that would
-count what was measured, where arithmetic takes most of the time. "square" is bound by arithmetic
-alone.
+count what was measured, where arithmetic takes most of the time.
 """
 
 from __future__ import annotations

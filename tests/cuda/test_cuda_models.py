@@ -609,7 +609,7 @@ PRODUCTS: dict[str, Widening] = {
 
 
 class Compute(NamedTuple):
-    """The dtype that products are computed in, and whether cuDNN measures its algorithms."""
+    """The dtype of products, and how they run: see `fast_products`."""
 
     dtype: torch.dtype
     tf32: bool = False
